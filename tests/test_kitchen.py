@@ -297,18 +297,43 @@ def test_another_version_of_the_library(monkeypatch):
     assert calls(tape) == ["comfy_kitchen::apply_rope"]
 
 
-def test_in_place_it_stays_one_call():
-    """As MiniMax H3 calls it, on parts of one projection: already one launch between a product and attention."""
+class InPlace(Model):
+    """Queries and keys turned in place, parts of one projection, as in MiniMax H3. read: how they are read besides."""
 
-    class InPlace(Model):
-        def forward(self, x, turns):
-            q, k, v = self.lin(x).unflatten(-1, (3, 3, 12)).unbind(2)
-            ops.rms_rope_split_half_(q, k, turns, *self.weights, 1e-6, 8)
-            return [q + v, k * v]
+    def __init__(self, name, read):
+        super().__init__(name.removesuffix("_"), torch.float32)
+        self.read = read
 
-    model, args = InPlace("rms_rope", torch.float32), (randn(1, 5, 36), table(5, 8, heads_first=False))
-    out, tape = taped(model, *args)
+    def forward(self, x, turns):
+        y = self.lin(x)
+        q, k, v = y.unflatten(-1, (3, 3, 12)).unbind(2) if self.read == "unbound" else self.heads(y)
+        before, tensors = q[:, :1], (q,) if self.name.endswith("1") else (q, k)
+        operation(f"{self.name}_")(*tensors, turns, *self.weights)
+        out = [q.transpose(1, 2).flatten(2) * 2 + v.transpose(1, 2).flatten(2), k[:, 1:] * v[:, 1:]]
+        besides = {"a view from before": lambda: before + 1, "the whole": lambda: y + 1, "given back": lambda: q}
+        return out + [besides[self.read]()] if self.read in besides else out
+
+    def heads(self, y):
+        parts = (part.view(*part.shape[:2], 3, 12) for part in y.split(36, -1))
+        return [part.transpose(1, 2) for part in parts] if self.read == "heads first" else parts
+
+
+READ = ("", "unbound", "heads first", "a view from before", "the whole", "given back")
+IN_PLACE = [(f"{name}_", read) for name in TURNS for read in READ if read != "heads first" or name.endswith("1")]
+
+
+@pytest.mark.parametrize(("name", "read"), IN_PLACE)  # the library takes no queries and keys with their heads first
+def test_in_place(name, read):
+    """It fuses where what it writes is read through it alone, and never at the cost of another reader."""
+    torch.manual_seed(0)
+    model = InPlace(name, read)
+    args = randn(2, 5, 36), table(5, 12, heads_first=read == "heads first")
+    tape = taped(model, *args)[1]
+    assert calls(tape) == [f"comfy_kitchen::{name}"]
     rules.apply(tape)
-    assert calls(tape) == ["comfy_kitchen::rms_rope_split_half_"]
-    for mine, eager in zip(ran(model, tape, args, True)[0], out, strict=True):
-        assert torch.allclose(mine, eager, atol=1e-6)
+    assert calls(tape) == ([] if read in ("", "unbound", "heads first") else [f"comfy_kitchen::{name}"])
+    given = (randn(2, 5, 36, seed=1), args[1])
+    with torch.inference_mode():
+        wanted = model(*given)
+    for mine, eager in zip(ran(model, tape, given, True)[0], wanted, strict=True):
+        assert torch.allclose(mine, eager, atol=1e-5)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from .values import ONE, Operation, Size, Sizes, Value, Weight
 
 RESHAPES = frozenset("view reshape _reshape_copy _unsafe_view flatten unflatten view_as reshape_as ravel".split())
+PIECES = frozenset("chunk split split_with_sizes".split())
 SAME = frozenset(
     "alias detach clone contiguous to _to_copy float type_as dropout lift_fresh detach_ view_as_same".split()
 )
@@ -238,6 +239,25 @@ def start(operation: Operation, value: Value) -> int:
     length = source.shape[dimension(operation, 1, len(source.shape))]
     begin = (args[2] if len(args) > 2 else operation.kwargs.get("start")) or 0
     return min(max(begin + length, 0) if begin < 0 else begin, length)  # the last two of one are that one
+
+
+def part(operation: Operation, value: Value) -> tuple[int, int, int] | None:
+    """(dimension, from, to) of what a view is of the operation's first input; None if it is no slice of step 1.
+
+    Of ``select`` and ``unbind`` as well, whose results do not have that dimension.
+    """
+    name, source = operation.traits.name, operation.inputs[0]
+    rank = len(source.shape)
+    if name in PIECES:
+        d, before = dimension(operation, 2, rank), operation.outputs[: pieces(operation, value)]
+        if None in before:
+            return None
+        begin = sum(each.shape[d] for each in before)
+    elif name in ("narrow", "select", "unbind") or name == "slice" and (operation.args[4:] or (1,))[0] == 1:
+        d, begin = dimension(operation, 1, rank), start(operation, value)
+    else:
+        return None
+    return d, begin, begin + (value.shape[d] if len(value.shape) == rank else 1)
 
 
 def is_table(value: Value) -> bool:

@@ -38,10 +38,10 @@ Rule = Callable[[Tape], str]
 
 RULES: tuple[Rule, ...] = (
     kitchen.decompose, slices.to_values, chained_joins.join_once, parts.put_together, int8.round_once,
-    copies.drop_repeats, resident.keep, once.compute_once, roundings.round_first, pads.fold, channels_last.lay_out,
-    upsample.double, conv_bias.add_after, norm_neighbours.take_in, geglu.join_product, attention_kernel.attend,
-    linear_groups.join, epilogue.fuse_gelu, attention.take_fastest, shared_heads.share, by_tokens.store_by_tokens,
-    crops.merge,
+    copies.drop_repeats, copies.attend_in_place, resident.keep, once.compute_once, roundings.round_first, pads.fold,
+    channels_last.lay_out, upsample.double, conv_bias.add_after, norm_neighbours.take_in, geglu.join_product,
+    attention_kernel.attend, linear_groups.join, epilogue.fuse_gelu, attention.take_fastest, shared_heads.share,
+    by_tokens.store_by_tokens, crops.merge,
 )  # fmt: skip
 
 

@@ -1,150 +1,38 @@
 """Takes comfy-kitchen's rotary embeddings and modulated norms apart, so that they fuse with what is around them.
 
-Newer versions of ComfyUI call that library's operations, and to a tape each is one call. Here is what they compute, in
-plain torch operations; these take the call's place where a neighbour fuses, and where a norm is part of it. Else a call
-is one launch already. An int8 layer that a model calls directly, with an activation of its input, becomes the
-activation and the library's operation, which ``int8`` goes on with.
+Newer versions of ComfyUI call that library's operations, and to a tape each is one call. What they compute in plain
+torch operations (``kitchen_meanings``) takes the call's place where a neighbour fuses, and where a norm is part of it.
+Else a call is one launch already. In place, an operation is one of these where what it writes is read through it alone.
+An int8 layer that a model calls directly, with an activation of its input, becomes the activation and the library's
+operation, which ``int8`` goes on with.
 """
 
+import dataclasses
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import group, static_sizes
 from ..layout import lie_alike, outermost_first
-from ..library_calls import Called
+from ..library_calls import LIBRARY, Called
 from ..record import Recorder, record
+from ..traits import by_name
 from ..values import Constant, Input, Operation, Readers, Tape, Value, replaced
 from . import edits
 from .int8 import LAYER
+from .kitchen_meanings import ACTIVATIONS, MODULATED, TABLE, codes, int8_linear
+from .through_views import Memories
 
 META = torch.device("meta")
 
 
-def _pairs(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    """x [..., D] turned in pairs of neighbours; freqs_cis [..., D / 2, 2, 2], a matrix for each pair."""
-    pairs = x.to(freqs_cis.dtype).reshape(*x.shape[:-1], -1, 1, 2)
-    table = _cut(x, freqs_cis)
-    if table.dtype == torch.float32:
-        out = torch.addcmul(table[..., 0] * pairs[..., 0], table[..., 1], pairs[..., 1])
-    else:
-        out = _turned(table, pairs)
-    return out.reshape(x.shape).type_as(x)
-
-
-def _halves(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    """The same where a pair's second number lies in the second half of x."""
-    pairs = x.reshape(*x.shape[:-1], 2, -1).movedim(-2, -1).unsqueeze(-2).to(freqs_cis.dtype)
-    table = _cut(x, freqs_cis)
-    if table.dtype == torch.float32:
-        out = table[..., 0] * pairs[..., 0] + table[..., 1] * pairs[..., 1]
-    else:
-        out = _turned(table, pairs)
-    return out.movedim(-1, -2).reshape(x.shape).type_as(x)
-
-
-def _turned(table: Tensor, pairs: Tensor) -> Tensor:
-    """In 16 bits throughout: the library's kernels round the second product, then the sum with the first (measured)."""
-    return torch.addcmul(table[..., 1] * pairs[..., 1], table[..., 0], pairs[..., 0])
-
-
-def _cut(x: Tensor, table: Tensor) -> Tensor:
-    """A table for more tokens than there are is read from its beginning."""
-    return table[:, :, : x.shape[2]] if x.shape[2] != 1 and table.shape[2] > x.shape[2] else table
-
-
-def _normed(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), scale, epsilon)
-
-
-def _apply_rope(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    return _pairs(xq, freqs_cis), _pairs(xk, freqs_cis)
-
-
-def _apply_rope_split_half(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    return _halves(xq, freqs_cis), _halves(xk, freqs_cis)
-
-
-def _rms_rope1(x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6) -> Tensor:
-    return _pairs(_normed(x, scale, epsilon), freqs_cis.float())
-
-
-def _rms_rope(
-    q: Tensor, k: Tensor, freqs_cis: Tensor, q_scale: Tensor, k_scale: Tensor | None = None, epsilon: float = 1e-6
-) -> tuple[Tensor, Tensor]:
-    k_scale = q_scale if k_scale is None else k_scale
-    return _rms_rope1(q, freqs_cis, q_scale, epsilon), _rms_rope1(k, freqs_cis, k_scale, epsilon)
-
-
-def _rms_rope_split_half1(x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6) -> Tensor:
-    return _halves(_normed(x, scale, epsilon), freqs_cis.float())
-
-
-def _rms_rope_split_half(
-    q: Tensor, k: Tensor, freqs_cis: Tensor, q_scale: Tensor, k_scale: Tensor | None = None, epsilon: float = 1e-6,
-    rot_dim: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """rot_dim: only so many channels of each head are turned; 0 for all."""
-    out = []
-    for x, scale in ((q, q_scale), (k, q_scale if k_scale is None else k_scale)):
-        x = _normed(x, scale, epsilon)
-        turned = rot_dim or x.shape[-1]
-        out.append(_halves(x[..., :turned], freqs_cis.float()))
-        if turned != x.shape[-1]:
-            out[-1] = torch.cat((out[-1], x[..., turned:]), dim=-1)
-    return out[0], out[1]
-
-
-def _adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """In float32 up to the last rounding, unlike the same in plain torch."""
-    return (F.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale.float()) + shift.float()).type_as(x)
-
-
-def _rms_adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    return (F.rms_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale.float()) + shift.float()).type_as(x)
-
-
-def _int8_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
-    convrot: bool = False, convrot_groupsize: int = 256, input_act: str | None = None, **others: Any,
-) -> Tensor:  # fmt: skip
-    """others: what newer versions have besides; it says nothing here."""
-    layer = torch.ops.comfy_kitchen.int8_linear
-    return layer(ACTIVATIONS[input_act](x), weight, weight_scale, bias, _codes()[out_dtype], convrot, convrot_groupsize)
-
-
-def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {  # rounded once more before the layer rounds to int8
-    None: lambda x: x, "none": lambda x: x, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "swiglu": _swiglu,
-}  # fmt: skip
-TABLE: dict[str, Callable[..., Any]] = {
-    "apply_rope": _apply_rope,
-    "apply_rope1": _pairs,
-    "apply_rope_split_half": _apply_rope_split_half,
-    "apply_rope_split_half1": _halves,
-    "rms_rope": _rms_rope,
-    "rms_rope1": _rms_rope1,
-    "rms_rope_split_half": _rms_rope_split_half,
-    "rms_rope_split_half1": _rms_rope_split_half1,
-    "adaln": _adaln,
-    "rms_adaln": _rms_adaln,
-}
-MODULATED = ("adaln", "rms_adaln")
-
-
 def decompose(tape: Tape) -> str:
     """Replaces comfy-kitchen's operations with plain ones. Exact but for contracted multiply-adds in its kernels."""
+    made_new = _make_new(tape)
     ours = [operation for operation in tape.operations if _meaning(operation)]
     if not ours:
         return ""
@@ -157,7 +45,7 @@ def decompose(tape: Tape) -> str:
     left = set(map(id, ours))
     for operation in tape.operations:
         plain = None
-        if id(operation) in left and _pays(operation, makers, readers):
+        if id(operation) in made_new or (id(operation) in left and _pays(operation, makers, readers)):
             form = edits.form_of(operation), tuple(value.stride for value in operation.outputs)
             if form not in known:
                 known[form] = _written(operation)
@@ -174,40 +62,62 @@ def decompose(tape: Tape) -> str:
     return ""
 
 
+def _make_new(tape: Tape) -> set[int]:
+    """Operations in place give new tensors where ours are faster, and what they write is read through it alone.
+
+    The ids of those that do; they must be taken apart, because the library may lay its own results out otherwise.
+    """
+    places = [place for place, operation in enumerate(tape.operations) if _without_writing(operation) is not None]
+    if not places or tape.lean:
+        return set()
+    static_sizes.annotate(tape)
+    makers = {value: operation for operation in tape.operations for value in operation.outputs}
+    readers, memories, changed = tape.readers(), Memories(tape), set()
+    for place in places:
+        operation = tape.operations[place]
+        new = dataclasses.replace(operation, func=_without_writing(operation), writes=None)
+        if _meaning(new) and _pays(new, makers, readers):
+            given = by_name(operation.func, operation.args, operation.kwargs)
+            written = [given[each.name] for each in operation.func._schema.arguments if each.is_write]
+            if memories.make_new(place, new.func, written):
+                changed.add(id(operation))
+    return changed
+
+
+def _without_writing(operation: Operation) -> Any:
+    """The library's operation that gives what this one, in place, writes; None if it is not for this rule."""
+    if operation.opaque or operation.writes is None or not operation.func._schema.name.startswith(f"{LIBRARY}::"):
+        return None
+    name = operation.traits.name.removesuffix("_")
+    packet = getattr(getattr(torch.ops, LIBRARY), name, None)
+    return packet.default if name in TABLE and packet is not None else None
+
+
 def _meaning(operation: Operation) -> Callable[..., Any] | None:
     """What an operation computes; None if it is not for this rule."""
     if isinstance(operation.func, Called):
-        return _int8_linear if _is_layer(operation.func, operation.args, operation.kwargs) else None
+        return int8_linear if _is_layer(operation.func, operation.args, operation.kwargs) else None
     meaning = None if operation.opaque else TABLE.get(operation.traits.name)
-    if meaning is None or not operation.func._schema.name.startswith("comfy_kitchen::"):
+    if meaning is None or not operation.func._schema.name.startswith(f"{LIBRARY}::"):
         return None
     return meaning if _agrees(operation.func, meaning) and _is_rounded_so(operation) else None
 
 
 def _is_layer(called: Called, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether it is an int8 layer as it is known here. The library turns some inputs together with their activation."""
-    own, known = _parameters(called.function), list(_parameters(_int8_linear))[:-1]
+    own, known = _parameters(called.function), list(_parameters(int8_linear))[:-1]
     if called.name != LAYER or list(own)[: len(known)] != known or len(args) > len(known):
         return False
     given = dict(zip(known, args, strict=False)) | kwargs
     act, plain = given.get("input_act"), (None, "none")
     others = all(name in own and given[name] == own[name].default for name in given.keys() - known)
     fits = act in plain or (act in ACTIVATIONS and not given.get("convrot"))
-    return others and fits and given.get("out_dtype") in _codes()
+    return others and fits and given.get("out_dtype") in codes()
 
 
 @functools.lru_cache(maxsize=64)
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(function).parameters
-
-
-@functools.cache
-def _codes() -> dict[torch.dtype, int]:
-    """How the library's operations are told a dtype; none in another version of it."""
-    try:
-        return dict(importlib.import_module("comfy_kitchen.backends.eager.quantization").DTYPE_TO_CODE)
-    except (ImportError, AttributeError):
-        return {}
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,7 +13,6 @@ from . import edits
 WHOLE = ()
 Region = tuple[int, int, int] | tuple[()] | None  # (dimension, from, to); None: neither a slice nor the whole
 MOST = 16  # slices of one tensor that are worth a join
-PIECES = frozenset("chunk split split_with_sizes".split())
 COPIES = (aten.clone.default, aten._to_copy.default)
 
 
@@ -214,21 +213,15 @@ class Memory:
             return None
         if name in views.SAME:
             return region if value.shape == source.shape and value.dtype == source.dtype else None
-        rank = len(source.shape)
-        if name in ("slice", "narrow") and (name == "narrow" or len(operation.args) < 5 or operation.args[4] == 1):
-            d, start = views.dimension(operation, 1, rank), views.start(operation, value)
-        elif name in PIECES:
-            d = views.dimension(operation, 2, rank)
-            start = sum(each.shape[d] for each in operation.outputs[: views.pieces(operation, value)])
-        else:
+        part = views.part(operation, value)
+        if part is None or len(value.shape) != len(source.shape):
             return None
         if value.shape == source.shape:
             return region
-        if region != WHOLE:
-            if region[0] != d:
-                return None
-            start += region[1]
-        return d, start, start + value.shape[d]
+        d, start, stop = part
+        if region == WHOLE:
+            return part
+        return (d, region[1] + start, region[1] + stop) if region[0] == d else None
 
     def _write(self, operation: Operation) -> None:
         target, result = operation.writes, operation.outputs[0]

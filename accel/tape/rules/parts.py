@@ -17,7 +17,7 @@ from ..terms import FLOATS
 from ..traits import aten
 from ..values import Operation, Readers, Tape, Value, values_in
 from .edits import lay, made_of, prune
-from .memory import MOST, PIECES
+from .memory import MOST
 
 Make = Callable[[list[Operation]], Value]  # makes a value; adds the operations that it takes
 COPIES = frozenset("clone contiguous to _to_copy float".split())
@@ -184,17 +184,13 @@ def _source(part: Value, dim: int) -> tuple[Value, int]:
     """(what a slice was cut from, where it begins there)."""
     start = 0
     while (operation := part.origin) is not None and not operation.opaque and part.base is not None:
-        name, args = operation.traits.name, operation.args
         if not operation.inputs or len(operation.inputs[0].shape) != len(part.shape):
             break
-        source, rank = operation.inputs[0], len(part.shape)
-        if name in ("slice", "narrow") and views.dimension(operation, 1, rank) == dim and args[4:] in ((), (1,)):
-            start += views.start(operation, part)
-        elif name in PIECES and views.dimension(operation, 2, rank) == dim:
-            start += sum(each.shape[dim] for each in operation.outputs[: views.pieces(operation, part)])
-        else:
+        piece = views.part(operation, part)
+        if piece is None or piece[0] != dim:
             break
-        part = source
+        start += piece[1]
+        part = operation.inputs[0]
     return part, start
 
 

@@ -10,11 +10,10 @@ write, slices along several dimensions, an operation that only works in place, m
 cost more than writes do.
 """
 
-from ..layout import lie_alike
 from ..traits import aten
 from ..values import Operation, Readers, Tape, Value
-from . import edits
-from .memory import Doubtful, Memory, functional
+from . import edits, through_views
+from .memory import Doubtful, Memory
 
 ALIASES = frozenset(("alias", "detach", "slice", "narrow"))
 
@@ -23,7 +22,7 @@ def to_values(tape: Tape) -> str:
     """Every tensor that is written in place where that is right. Exact."""
     if not any(operation.writes is not None for operation in tape.operations):
         return ""
-    _through_views(tape)
+    through_views.to_values(tape)
     touching: dict[Value, list[int]] = {
         operation.writes.root: [] for operation in tape.operations if operation.writes is not None
     }
@@ -84,40 +83,3 @@ def _is_made_for(value: Value, operation: Operation, readers: Readers) -> bool:
     if maker is None or maker.opaque or maker.writes is not None or len(maker.outputs) != 1 or value.base is not None:
         return False
     return not maker.traits.maybe_view and readers.get(value) == [operation]
-
-
-def _through_views(tape: Tape) -> None:
-    """What is written through a view and read through it alone from then on has memory of its own."""
-    made, last_read = {}, {}
-    family: dict[Value, list[Value]] = {}
-    for place, operation in enumerate(tape.operations):
-        last_read.update(dict.fromkeys(operation.inputs, place))
-        made.update((value, place) for value in operation.outputs if value is not None)
-    last_read.update(dict.fromkeys(tape.outputs, len(tape.operations)))
-    for value in made:
-        family.setdefault(value.root, []).append(value)
-    for place, operation in enumerate(tape.operations):
-        target = operation.writes
-        if target is None or target.root.leaf is not None or operation.opaque:
-            continue
-        known = family.get(target.root, [])
-        if any(made[value] < place < last_read.get(value, -1) for value in known):
-            continue
-        form = operation.func, operation.args, operation.kwargs, operation.inputs
-        call = functional(operation)
-        if call is None:
-            continue
-        operation.func, operation.args, operation.kwargs, operation.inputs = call
-        operation.writes = None
-        like = edits.made_of(operation)
-        if like is None or like.dtype != target.dtype or not lie_alike(target.shape, like.stride(), target.stride):
-            operation.func, operation.args, operation.kwargs, operation.inputs = form
-            operation.writes = target
-            continue
-        result = operation.outputs[0]
-        result.base = None
-        later = [value for value in known if made[value] > place]
-        for value in later:
-            value.base = result
-        family[target.root] = [value for value in known if made[value] < place]
-        family[result] = [result, *later]
