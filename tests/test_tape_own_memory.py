@@ -119,9 +119,9 @@ def one_for_several(self, x):
 
 def in_a_product(self, x):
     """It reads whole rows, by strides that were those of the product before."""
-    q, k, _ = self.qkv(x).split(WIDTH, -1)
-    q.view(*q.shape[:2], HEADS, -1).mul_(2)
-    return self.out(q), k + 1
+    q, k, _ = self.heads(x)
+    q.mul_(2)
+    return self.out(q.flatten(2)), k + 1
 
 
 def given_back(self, x):

@@ -95,9 +95,10 @@ def _attended(value: Value, readers: Readers, outputs: set[Value]) -> list[Opera
         if reader.opaque or reader.writes is not None or reader.inputs[0] is not value and reader.traits.view:
             return None
         if reader.traits.name in ATTENTIONS:
-            if value in reader.inputs[1:3] and value not in (reader.inputs[0], *reader.inputs[3:]):
-                continue
-            return None
+            read_as = {place for place, each in enumerate((*reader.args, *reader.kwargs.values())) if each is value}
+            if not read_as <= {1, 2}:
+                return None
+            continue
         if not reader.traits.view and not reader.traits.maybe_view or len(reader.outputs) != 1:
             return None
         made = reader.outputs[0]

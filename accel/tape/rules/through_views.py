@@ -4,7 +4,7 @@ Queries, say, which are turned in place where they lie, beside keys and values i
 read besides must lie apart: in another part of the same tensor.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .. import group, views
@@ -37,17 +37,17 @@ class Memories:
         for value in self._made:
             self._families.setdefault(value.root, []).append(value)
 
-    def behind(self, target: Value, place: int, through: Collection[Value]) -> list[Value] | None:
+    def behind(self, target: Value, place: int, now: Value) -> list[Value] | None:
         """Later views of what the operation at ``place`` writes into ``target``; None where it is read otherwise.
 
-        through: by which values it is read: the operation's result, and ``target`` if that stands for it as well.
+        now: what stands for it from then on: the operation's result, or ``target``.
         """
         if target.root.leaf is not None:
             return None
         family = self._families.get(target.root, [])
         if any(
             self._made[value] < place < self._last_read.get(value, -1)
-            and value not in through
+            and value is not now
             and not _lie_apart(value, target)
             for value in family
         ):
@@ -57,21 +57,21 @@ class Memories:
             if self._made[value] > place:
                 if value.origin.opaque:  # of whatever of its arguments
                     return None
-                if _source(value) in (*through, *found):
+                if _source(value) in (now, *found):
                     found.append(value)
         return found
 
     def strides(self, value: Value, place: int, stride: tuple[int, ...], behind: Sequence[Value]) -> Strides | None:
         """How ``value`` and views ``behind`` it lie if it has this stride; None if whoever reads them then minds."""
-        views = list({id(each.origin): each.origin for each in behind}.values())
-        if any(view.writes is not None for view in views):
+        makers = list({id(each.origin): each.origin for each in behind}.values())
+        if any(maker.writes is not None for maker in makers):
             return None
-        found = strides_below(value, stride, views)
+        found = strides_below(value, stride, makers)
         if found is None or not self._outputs.isdisjoint(found):
             return None
         for each in {each for value in found for each in self._readers.get(value, ()) if each > place}:
             reader = self._tape.operations[each]
-            if not any(reader is view for view in views) and not _bears(reader, found):
+            if not any(reader is maker for maker in makers) and not _bears(reader, found):
                 return None
         return found
 
@@ -92,8 +92,8 @@ class Memories:
         operation, parts = self._tape.operations[place], []
         strides: Strides = {}
         for target in targets:
-            now = operation.outputs[0] if target is operation.writes else target  # what it is read by from then on
-            behind = self.behind(target, place, (target, now))
+            now = operation.outputs[0] if target is operation.writes else target
+            behind = self.behind(target, place, now)
             stride = dense(target.shape, outermost_first(target.stride))
             lie = None if behind is None else self.strides(now, place, stride, behind)
             if lie is None:
@@ -106,7 +106,7 @@ class Memories:
         for each in self._tape.operations[place + 1 :]:
             edits.replace_inputs(each, later)
         for (target, _, behind), result in zip(parts, operation.outputs, strict=True):
-            result.origin = operation
+            result.origin, self._made[result] = operation, place
             self.separate(target, result, behind)
         for value, stride in strides.items():
             later.get(value, value).stride = stride
@@ -121,7 +121,7 @@ def to_values(tape: Tape) -> None:
         if target is None or operation.opaque or len(operation.outputs) != 1:
             continue
         result = operation.outputs[0]
-        behind, call = memories.behind(target, place, (result,)), functional(operation)
+        behind, call = memories.behind(target, place, result), functional(operation)
         if behind is None or call is None:
             continue
         form = operation.func, operation.args, operation.kwargs, operation.inputs
