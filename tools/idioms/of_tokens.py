@@ -265,3 +265,21 @@ def residual_in_place(model: Any, number: int, a: Tensor, b: Tensor, vector: Ten
 def repeat_interleaved_heads(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor) -> Tensor:
     k = a[..., :HALF].unflatten(-1, (1, HALF)).repeat_interleave(2, 2).flatten(2)
     return k * b
+
+
+@tokens
+def turned_where_they_lie(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor) -> Tensor:
+    q, k, v = torch.cat([model.wide[number % 2](a), model.lins[number % 4](b)], -1).split(CHANNELS, -1)
+    q, k, v = (x.view(*x.shape[:2], HEADS, -1) for x in (q, k, v))
+    q.mul_(b.tanh().unflatten(-1, (HEADS, -1)))
+    k.add_(q if number % 2 else 1).tanh_()
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v.clone()))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(a.shape)
+
+
+@tokens
+def some_heads_written(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor) -> Tensor:
+    heads = model.wide[number % 2](a).unflatten(-1, (2 * HEADS, -1))
+    first, rest = heads[:, :, :HEADS], heads[:, :, HEADS:]
+    first.transpose(1, 2).mul_(model.embed(vector).tanh().view(-1, 1, HEADS, HALF).transpose(1, 2)).sub_(1)
+    return first.flatten(2) * 2 + rest.flatten(2) + b
