@@ -107,7 +107,10 @@ class RandomForward(nn.Module):
 
 
 class Far(NamedTuple):
-    """How far from eager, relative: the program of its operations, and that of kernels. own: eager from 32 bits."""
+    """How far from eager, relative: the program of its operations, and that of kernels.
+
+    own: how far eager is from itself in 32 bits, where the others are far in 16.
+    """
 
     size: tuple[int, ...]
     dtype: torch.dtype

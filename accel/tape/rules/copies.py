@@ -21,11 +21,11 @@ def drop_repeats(tape: Tape) -> str:
     """
     if not any(map(_repeats, tape.operations)):
         return ""
-    views: dict[Value, list[Operation]] = {}  # by whose memory they share
+    by_root: dict[Value, list[Operation]] = {}  # views, by whose memory they share
     readers = tape.readers()
     for operation in tape.operations:
         for root in {value.base for value in operation.outputs if value is not None and value.base is not None}:
-            views.setdefault(root, []).append(operation)
+            by_root.setdefault(root, []).append(operation)
     written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
     kept = written | {value.root for value in tape.outputs}
     for operation in tape.operations:
@@ -36,7 +36,7 @@ def drop_repeats(tape: Tape) -> str:
             continue
         if any(count != 1 and n != 1 for count, n in zip(counts, source.shape, strict=True)):
             continue
-        below = views.get(output, [])
+        below = by_root.get(output, [])
         if not below and output not in kept and all(map(_computes, readers.get(output, [None]))):
             # also where all counts are 1: at another size of the call they may be more
             func, args = aten.expand.default, (source, list(output.shape))
@@ -50,7 +50,7 @@ def drop_repeats(tape: Tape) -> str:
             operation.func, operation.args, operation.kwargs = func, args, {}
             for value, stride in strides.items():
                 value.base, value.stride = source.root, stride
-            views.setdefault(source.root, []).extend([operation, *views.pop(output, [])])
+            by_root.setdefault(source.root, []).extend([operation, *by_root.pop(output, [])])
     return ""
 
 
@@ -117,7 +117,7 @@ def _is_aligned(value: Value) -> bool:
         return False
     while value.base is not None:
         operation = value.origin
-        if operation is None or operation.opaque or operation.writes is not None:
+        if operation is None or operation.writes is not None:
             return False
         source, rank = operation.inputs[0], len(operation.inputs[0].shape)
         part = views.part(operation, value)

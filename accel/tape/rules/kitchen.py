@@ -25,7 +25,7 @@ from ..values import Constant, Input, Operation, Readers, Tape, Value, replaced
 from . import edits
 from .int8 import LAYER
 from .kitchen_meanings import ACTIVATIONS, MODULATED, TABLE, codes, int8_linear
-from .through_views import Memories
+from .through_views import SharedMemory
 
 META = torch.device("meta")
 
@@ -72,14 +72,14 @@ def _make_new(tape: Tape) -> set[int]:
         return set()
     static_sizes.annotate(tape)
     makers = {value: operation for operation in tape.operations for value in operation.outputs}
-    readers, memories, changed = tape.readers(), Memories(tape), set()
+    readers, memory, changed = tape.readers(), SharedMemory(tape), set()
     for place in places:
         operation = tape.operations[place]
         new = dataclasses.replace(operation, func=_without_writing(operation), writes=None)
         if _meaning(new) and _pays(new, makers, readers):
             given = by_name(operation.func, operation.args, operation.kwargs)
             written = [given[each.name] for each in operation.func._schema.arguments if each.is_write]
-            if memories.make_new(place, new.func, written):
+            if memory.make_new(place, new.func, written):
                 changed.add(id(operation))
     return changed
 

@@ -1,4 +1,4 @@
-"""What is written through a view becomes a value of its own, where it is read through that view alone from then on.
+"""What is written through a view becomes a separate value, where it is read through that view alone from then on.
 
 Queries, say, which are turned in place where they lie, beside keys and values in the result of one product. What is
 read besides must lie apart: in another part of the same tensor.
@@ -18,7 +18,7 @@ from .memory import functional
 Strides = dict[Value, tuple[int, ...]]  # how values lie
 
 
-class Memories:
+class SharedMemory:
     """Which values of a tape share memory, and from where to where on it they are read."""
 
     def __init__(self, tape: Tape) -> None:
@@ -54,11 +54,8 @@ class Memories:
             return None
         found: list[Value] = []
         for value in family:
-            if self._made[value] > place:
-                if value.origin.opaque:  # of whatever of its arguments
-                    return None
-                if _source(value) in (now, *found):
-                    found.append(value)
+            if self._made[value] > place and _source(value) in (now, *found):
+                found.append(value)
         return found
 
     def strides(self, value: Value, place: int, stride: tuple[int, ...], behind: Sequence[Value]) -> Strides | None:
@@ -103,8 +100,10 @@ class Memories:
         later = {target: target.twin() for target, now, _ in parts if now is target}
         operation.func, operation.writes = function, None
         operation.outputs = [later.get(now, now) for _, now, _ in parts]
-        for each in self._tape.operations[place + 1 :]:
-            edits.replace_inputs(each, later)
+        for target, result in later.items():
+            self._readers[result] = [each for each in self._readers.get(target, ()) if each > place]
+            for each in self._readers[result]:
+                edits.replace_inputs(self._tape.operations[each], later)
         for (target, _, behind), result in zip(parts, operation.outputs, strict=True):
             result.origin, self._made[result] = operation, place
             self.separate(target, result, behind)
@@ -115,13 +114,13 @@ class Memories:
 
 def to_values(tape: Tape) -> None:
     """Operations of torch's alone. Exact."""
-    memories = Memories(tape)
+    memory = SharedMemory(tape)
     for place, operation in reversed(list(enumerate(tape.operations))):  # one write after the other into one tensor
         target = operation.writes
         if target is None or operation.opaque or len(operation.outputs) != 1:
             continue
         result = operation.outputs[0]
-        behind, call = memories.behind(target, place, result), functional(operation)
+        behind, call = memory.behind(target, place, result), functional(operation)
         if behind is None or call is None:
             continue
         form = operation.func, operation.args, operation.kwargs, operation.inputs
@@ -131,12 +130,12 @@ def to_values(tape: Tape) -> None:
         strides: Strides | None = None
         if like is not None and like.dtype == target.dtype:
             alike = lie_alike(target.shape, like.stride(), target.stride)
-            strides = {} if alike else memories.strides(result, place, like.stride(), behind)
+            strides = {} if alike else memory.strides(result, place, like.stride(), behind)
         if strides is None:
             operation.func, operation.args, operation.kwargs, operation.inputs = form
             operation.writes = target
             continue
-        memories.separate(target, result, behind)
+        memory.separate(target, result, behind)
         for value, stride in strides.items():
             value.stride = stride
 
@@ -170,7 +169,7 @@ def _lie_apart(one: Value, other: Value) -> bool:
 def _parts(value: Value) -> dict[Value, tuple[int, int, int]]:
     """In which part of which tensors a value lies: (dimension, from, to)."""
     found = {}
-    while value.base is not None and value.origin is not None and not value.origin.opaque:
+    while value.base is not None:
         source = _source(value)
         part = views.part(value.origin, value) if value.origin.writes is None else None
         if part is not None:
